@@ -1,0 +1,1 @@
+"""Training-free drafters that a learned one is weighed against."""

@@ -1,0 +1,1 @@
+"""From chat files to tokenized, masked, packed training rows."""

@@ -1,0 +1,1 @@
+"""The speculative loop: draft, verify, accept, commit."""

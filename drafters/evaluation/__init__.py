@@ -1,0 +1,1 @@
+"""Measurements of a head and the reports made of them."""

@@ -1,0 +1,1 @@
+"""Heads in the file formats of serving engines, checked after writing."""

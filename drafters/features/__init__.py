@@ -1,0 +1,1 @@
+"""Where a training batch gets the target's hidden states from."""

@@ -1,0 +1,1 @@
+"""Learned drafters, one file each; the folder is the registry."""

@@ -1,0 +1,150 @@
+"""A run's recipe: every setting as a frozen dataclass, read from YAML, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class RecipeError(ValueError):
+    """A recipe with faults; the message lists all of them."""
+
+
+@dataclass(frozen=True)
+class TargetSection:
+    """The frozen LLM.
+
+    path: a folder, or a hub id. placement: "replicate" gives each process a whole copy, "split" lays the
+    blocks of one copy over the GPUs that the process sees.
+    """
+
+    path: str
+    revision: str = "main"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    placement: Literal["replicate", "split"] = "replicate"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Conversations and how they become rows.
+
+    train, heldout: JSON or JSONL files, folders of them, saved datasets, or hub ids of datasets. Where heldout is empty,
+    heldout_fraction of the conversations of train is kept apart. limit: most conversations to read, 0 for all.
+    """
+
+    train: tuple[str, ...]
+    heldout: tuple[str, ...] = ()
+    heldout_fraction: float = 0.02
+    max_length: int = 2048
+    too_long: Literal["truncate", "drop", "stop"] = "truncate"
+    broken_rows: Literal["stop", "skip"] = "stop"
+    packing: bool = True
+    limit: int = 0
+    seed: int = 0
+    cache_folder: str = ".cache/datasets"
+
+
+@dataclass(frozen=True)
+class FeaturesSection:
+    """Where the target's hidden states come from: "online" runs the target for each batch, "cached" reads them from folder."""
+
+    source: Literal["online", "cached"] = "online"
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The optimizer and the loop.
+
+    batch_size: rows per optimizer step over all processes; micro_batch_size: rows per forward of one process; what
+    lies between is accumulated, so the same recipe gives the same steps on any number of processes.
+    max_steps: ends the run early and sets the schedule's length; 0 leaves both to epochs.
+    """
+
+    epochs: float = 1.0
+    max_steps: int = 0
+    batch_size: int = 8
+    micro_batch_size: int = 1
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_fraction: float = 0.02
+    decay_fraction: float = 0.2
+    final_learning_rate_fraction: float = 0.1
+    clip_norm: float = 0.5
+    precision: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    warm_start: str = ""
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 200
+    save_every: int = 200
+    keep_checkpoints: int = 2
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the meaning and the order of transformers' `generate`. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class TreeSection:
+    """The draft tree.
+
+    kind: "chain" of `depth` nodes; "static", the listed paths of ranks, such as [[0], [1], [0, 0]]; "dynamic" (EAGLE-2), `depth`
+    levels that each expand the `width` best nodes, of which the `nodes` best are kept.
+    """
+
+    kind: Literal["chain", "static", "dynamic"] = "chain"
+    depth: int = 4
+    width: int = 4
+    nodes: int = 16
+    paths: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluation on prompts, in training and after it.
+
+    prompts: a file of prompts in the Spec-Bench form (question_id, category, turns), or "" for the first turns of the held-out
+    conversations. rule: how drafted tokens are accepted; "auto" is greedy at temperature 0 and lossless rejection above.
+    """
+
+    prompts: str = ""
+    num_prompts: int = 16
+    max_new_tokens: int = 64
+    batch_size: int = 1
+    tree: TreeSection = field(default_factory=TreeSection)
+    sampling: Sampling = field(default_factory=Sampling)
+    rule: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class OutputSection:
+    """Where the run goes. wandb: "off", or the mode to log with."""
+
+    folder: str
+    wandb: Literal["off", "online", "offline"] = "off"
+    wandb_project: str = "drafters"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run. `drafter` is the `Config` of the class that `drafter.type` names."""
+
+    target: TargetSection
+    drafter: Any
+    data: DataSection
+    output: OutputSection
+    features: FeaturesSection = field(default_factory=FeaturesSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    eval: EvalSection = field(default_factory=EvalSection)
