@@ -76,6 +76,23 @@ class TrainBatch:
         mask = torch.roll(self.loss_mask_BT, -shift, dims=1) & self.same_document(shift)
         return ids, mask
 
+    def drafted(self, depth: int) -> Tensor:
+        """Where drafting to each depth happens: [depth, B, T], true at index t of place k-1 if x_{t+1} .. x_{t+1+k} are all learned.
+
+        index t            last of prompt   A1        A2        ..   An-1
+        the root, x_{t+1}  A1               A2        A3        ..   An = end of turn
+        depth 1            A2               A3        A4        ..   -
+        depth 2            A3               A4        A5        ..   -
+
+        The root always comes from the target, and nothing is drafted past the end of an answer.
+        """
+        _, inside = self.label(1)
+        places = []
+        for k in range(1, depth + 1):
+            inside = inside & self.label(1 + k)[1]
+            places.append(inside)
+        return torch.stack(places)
+
     def same_document(self, shift: int) -> Tensor:
         """BT, true where index t and index t+shift are in the same document (never in padding)."""
         same = (torch.roll(self.document_BT, -shift, dims=1) == self.document_BT) & (self.document_BT >= 0)

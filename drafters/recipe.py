@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+import importlib
+import inspect
+import pkgutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 
 class RecipeError(ValueError):
@@ -148,3 +155,52 @@ class Recipe:
     features: FeaturesSection = field(default_factory=FeaturesSection)
     train: TrainSection = field(default_factory=TrainSection)
     eval: EvalSection = field(default_factory=EvalSection)
+
+
+def dump_recipe(recipe: Recipe, path: Path | str) -> None:
+    """Writes the whole recipe, defaults included, as YAML that loads to the same recipe."""
+    Path(path).write_text(yaml.safe_dump(_plain(asdict(recipe)), sort_keys=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def find_drafter(type_name: str) -> Any:
+    """The drafter class of a type: of `drafters.heads.NAME`, or of a dotted module anywhere.
+
+    Raises:
+        ValueError: no such module, or not exactly one drafter class in it.
+    """
+    module_name = type_name if "." in type_name else f"drafters.heads.{type_name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        close = difflib.get_close_matches(type_name, drafter_names(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(drafter_names())}, or a dotted module"
+        raise ValueError(f"unknown drafter type {type_name!r}; {hint}") from error
+    classes = _drafter_classes(module)
+    if len(classes) != 1:
+        found = ", ".join(kind.__name__ for kind in classes) or "none"
+        raise ValueError(f"drafter type {type_name!r}: {module_name} must define one drafter class with a Config, found {found}")
+    return classes[0]
+
+
+def drafter_names() -> list[str]:
+    """The types of the heads folder: its modules that define a drafter class."""
+    heads = importlib.import_module("drafters.heads")
+    names = [module.name for module in pkgutil.iter_modules(heads.__path__)]
+    return sorted(name for name in names if _drafter_classes(importlib.import_module(f"drafters.heads.{name}")))
+
+
+def _drafter_classes(module: Any) -> list[type]:
+    """Concrete classes with a Config of their own that the module itself defines."""
+    return [
+        kind
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if kind.__module__ == module.__name__ and "Config" in vars(kind) and not inspect.isabstract(kind)
+    ]

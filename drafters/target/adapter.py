@@ -85,6 +85,9 @@ class TargetHead(Protocol):
     def unembed_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output projection, a detached copy; [n] -> [n, D]."""
 
+    def block_weights(self, layer: int) -> dict[str, Tensor]:
+        """The tensors of one block by their name inside it, for heads that start as a copy of one."""
+
 
 @dataclass(frozen=True)
 class TargetStep:

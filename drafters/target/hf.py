@@ -67,6 +67,10 @@ class HFTarget(VocabularyHead):
             )
         return TargetFeatures(join(hidden, layers, batch.input_ids_BT.device), hidden[-1].to(batch.input_ids_BT.device))
 
+    def block_weights(self, layer: int) -> dict[str, Tensor]:
+        block = self.blocks[self.info.layer(layer)]
+        return {name: tensor.detach() for name, tensor in block.state_dict().items()}
+
     def session(self, layers: Sequence[int], rows: int, max_tokens: int, max_nodes: int) -> HFSession:
         return HFSession(self, layers, rows, max_tokens + max_nodes)
 

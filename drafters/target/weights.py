@@ -55,6 +55,12 @@ class VocabularyHead:
         weight = self._output.weight
         return weight.detach()[ids.to(weight.device)].clone()
 
+    def block_weights(self, layer: int) -> dict[str, Tensor]:
+        raise ValueError(
+            f"block {self.info.layer(layer)} was not loaded, only the target's vocabulary matrices were: set features.source to "
+            "online, or drafter.initialize to random"
+        )
+
 
 def find_parts(model: Any) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
     """The decoder of a causal LM, its blocks and its final norm, by what transformers gives every architecture.
