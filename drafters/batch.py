@@ -77,7 +77,7 @@ class TrainBatch:
         return ids, mask
 
     def drafted(self, depth: int) -> Tensor:
-        """Where drafting to each depth happens: [depth, B, T], true at index t of place k-1 if x_{t+1} .. x_{t+1+k} are all learned.
+        """Where drafting to each depth happens: [depth, B, T], true at t of place k-1 if x_{t+1} .. x_{t+1+k} are all learned.
 
         index t            last of prompt   A1        A2        ..   An-1
         the root, x_{t+1}  A1               A2        A3        ..   An = end of turn
