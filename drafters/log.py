@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -19,3 +20,14 @@ def setup(main_process: bool = True) -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(logging.INFO if main_process else logging.ERROR)
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Ends the process with main's exit status (0 for None); what a user can mend is one message and status 2."""
+    setup()
+    try:
+        status = main() or 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    sys.exit(status)

@@ -122,11 +122,13 @@ class EvalSection:
     """Evaluation on prompts, in training and after it.
 
     prompts: a file of prompts in the Spec-Bench form (question_id, category, turns), or "" for the first turns of the held-out
-    conversations. rule: how drafted tokens are accepted; "auto" is greedy at temperature 0 and lossless rejection above.
+    conversations. num_rows: held-out rows that the cheap metrics during training are over. rule: how drafted tokens are
+    accepted; "auto" is greedy at temperature 0 and lossless rejection above.
     """
 
     prompts: str = ""
     num_prompts: int = 16
+    num_rows: int = 32
     max_new_tokens: int = 64
     batch_size: int = 1
     tree: TreeSection = field(default_factory=TreeSection)
@@ -186,7 +188,9 @@ def find_drafter(type_name: str) -> Any:
     classes = _drafter_classes(module)
     if len(classes) != 1:
         found = ", ".join(kind.__name__ for kind in classes) or "none"
-        raise ValueError(f"drafter type {type_name!r}: {module_name} must define one drafter class with a Config, found {found}")
+        raise ValueError(
+            f"drafter type {type_name!r}: {module_name} must define one drafter class with a Config, found {found}"
+        )
     return classes[0]
 
 

@@ -24,6 +24,7 @@ AT_LEAST_ONE = (
     "eval.tree.nodes",
 )
 AT_LEAST_ZERO = (
+    "eval.num_rows",
     "data.limit",
     "train.max_steps",
     "train.weight_decay",
@@ -45,8 +46,9 @@ def unsound_settings(recipe: Recipe) -> Iterator[Fault]:
     yield from _out_of_range(recipe)
     train, data = recipe.train, recipe.data
     if train.batch_size % train.micro_batch_size:
-        yield ("train", "batch_size"), (
-            f"must be a multiple of micro_batch_size, got {train.batch_size} and {train.micro_batch_size}"
+        yield (
+            ("train", "batch_size"),
+            (f"must be a multiple of micro_batch_size, got {train.batch_size} and {train.micro_batch_size}"),
         )
     if not data.train:
         yield ("data", "train"), "names no data"

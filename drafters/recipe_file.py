@@ -26,7 +26,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")]
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.[\d_]*|\.\d+|\d[\d_]*)(?:[eE][-+]?\d+)?$|[-+]?\.inf$|\.nan$")
@@ -74,7 +76,9 @@ def recipe_schema() -> dict[str, Any]:
     schema = TypeAdapter(Recipe).json_schema()
     schema["properties"]["drafter"] = {
         "type": "object",
-        "properties": {"type": {"type": "string", "description": f"one of {', '.join(drafter_names())}, or a dotted module"}},
+        "properties": {
+            "type": {"type": "string", "description": f"one of {', '.join(drafter_names())}, or a dotted module"}
+        },
         "required": ["type"],
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -107,9 +111,9 @@ def _construct(source: _Source, node: yaml.Node | None, path: PathTo, name: str)
     if not isinstance(node, yaml.MappingNode):
         loader = _Loader("")
         try:
-            return loader.construct_object(node)  # type: ignore[no-untyped-call]
+            return loader.construct_object(node)
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
@@ -149,7 +153,9 @@ def _validate(source: _Source) -> Recipe | None:
         if name not in SECTIONS:
             source.fault((name,), f"unknown section{_closest(name, SECTIONS)}")
     for name, kind in get_type_hints(Recipe).items():
-        required = SECTIONS[name].default is dataclasses.MISSING and SECTIONS[name].default_factory is dataclasses.MISSING
+        required = (
+            SECTIONS[name].default is dataclasses.MISSING and SECTIONS[name].default_factory is dataclasses.MISSING
+        )
         if name not in source.values:
             if required:
                 source.fault((), f"section {name} is missing")
@@ -172,7 +178,7 @@ def _drafter_config(source: _Source) -> type | None:
         source.fault(("drafter",), f"needs a field type: one of {', '.join(drafter_names())}, or a dotted module")
         return None
     try:
-        return find_drafter(section["type"]).Config  # type: ignore[no-any-return]
+        return find_drafter(section["type"]).Config
     except ValueError as error:
         source.fault(("drafter", "type"), str(error))
         return None

@@ -20,7 +20,17 @@ from typing import Any
 from drafters.recipe import Recipe, dump_recipe
 
 TEMPORARY = ".tmp-"
-PACKAGES = ("drafters", "torch", "transformers", "accelerate", "datasets", "deepspeed", "safetensors", "tokenizers", "wandb")
+PACKAGES = (
+    "drafters",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "safetensors",
+    "tokenizers",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,10 @@ class RunFolder:
         return self.path / "recipe.yaml"
 
     @property
+    def provenance_file(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -70,7 +84,7 @@ class RunFolder:
 
     def record(self, **facts: Any) -> None:
         """Adds facts to provenance.json, beside versions, machine and git revision."""
-        file = self.path / "provenance.json"
+        file = self.provenance_file
         known = json.loads(file.read_text()) if file.is_file() else {}
         write_json_atomic(file, {**known, **provenance(), **facts})
 

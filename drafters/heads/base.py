@@ -57,6 +57,13 @@ class Drafter(nn.Module, ABC):
     def feature_layers(self) -> Sequence[int]:
         """Layers of the target whose hidden states the head reads, in the numbering of `target.adapter`."""
 
+    def set_vocabulary(self, counts_V: Tensor) -> None:
+        """Chooses the draft vocabulary, for heads with one of their own; called once, before `init_from`.
+
+        Args:
+            counts_V: how often each token of the target's vocabulary is to be learned in the training data.
+        """
+
     def init_from(self, target: TargetHead) -> None:
         """Sets the weights that start as something of the target's; called once, before training."""
 
