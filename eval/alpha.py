@@ -1,13 +1,14 @@
 """Measures how many drafted tokens a target accepts: alpha(k) and tau, with intervals.
 
-    python eval/alpha.py runs/smollm2_135m_eagle --temperature 0 1 --tree chain dynamic
+python eval/alpha.py runs/smollm2_135m_eagle --temperature 0 1 --tree chain dynamic
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from drafters.evaluation.job import make_parser, open_job, run_script
+from drafters import log
+from drafters.evaluation.job import make_parser, open_job
 from drafters.evaluation.measure import measure_alpha
 
 
@@ -23,4 +24,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    log.run_main(main)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from drafters.evaluation.job import make_parser, open_job, run_script
+from drafters import log
+from drafters.evaluation.job import make_parser, open_job
 from drafters.evaluation.lossless import check_lossless
 
 
@@ -25,7 +26,9 @@ def main() -> int:
     runs = check_lossless(job.target, job.drafter, job.prompt_ids, job.sections, progress=True)
     job.report("lossless", [run.to_json() for run in runs])
     for run in runs:
-        print(f"greedy output identical: {sum(v.kind == 'identical' for v in run.against_generate)} of {len(job.prompts)}")
+        print(
+            f"greedy output identical: {sum(v.kind == 'identical' for v in run.against_generate)} of {len(job.prompts)}"
+        )
     faults = sum(run.faults for run in runs)
     if faults:
         print(f"error: {faults} outputs differ by more than rounding", file=sys.stderr)
@@ -33,4 +36,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    log.run_main(main)

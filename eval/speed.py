@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drafters import log
 from drafters.evaluation.cost import cost_table, measure_costs
-from drafters.evaluation.job import make_parser, open_job, run_script
+from drafters.evaluation.job import make_parser, open_job
 from drafters.evaluation.speed import measure_speed
 
 
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3, metavar="R", help="passes over the prompts (default: 3)")
-    parser.add_argument("--prompt-lookup", type=int, default=0, metavar="N", help="also time transformers' prompt lookup")
+    parser.add_argument(
+        "--prompt-lookup", type=int, default=0, metavar="N", help="also time transformers' prompt lookup"
+    )
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
@@ -45,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    log.run_main(main)
