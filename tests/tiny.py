@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 VOCAB = 320
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -34,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             high_freq_factor=4.0,
             original_max_position_embeddings=32,
         ),
-    ),  # fmt: skip
+    ),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", hidden_size=80, head_dim=32, tie_word_embeddings=False),
     "gemma3": dict(
@@ -42,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         head_dim=16,
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    ),  # fmt: skip
+    ),
     "mistral": dict(model_type="mistral", sliding_window=8, tie_word_embeddings=False),
     "gpt_neox": dict(model_type="gpt_neox", tie_word_embeddings=False),
     "padded_vocab": dict(model_type="llama", vocab_size=VOCAB + 64, tie_word_embeddings=False),

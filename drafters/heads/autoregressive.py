@@ -1,7 +1,7 @@
 """Drafting with a head that continues features: one entry (token, feature) in, the next feature out.
 
-    committed   (x_1, f_0) (x_2, f_1) .. (root, f_n)      true features of the target
-    drafted     (child, own output at its parent) ..      the head's own outputs, thrown away each round
+committed   (x_1, f_0) (x_2, f_1) .. (root, f_n)      true features of the target
+drafted     (child, own output at its parent) ..      the head's own outputs, thrown away each round
 """
 
 from __future__ import annotations
@@ -67,7 +67,13 @@ class AutoregressiveHead(Drafter):
 
     def start(self, target: TargetHead, rows: int, max_tokens: int) -> AutoregressiveState:
         rollout = Rollout(
-            self.network, self.rope, self.shape, layers=self.num_layers, rows=rows, capacity=max_tokens, like=self.fc.weight
+            self.network,
+            self.rope,
+            self.shape,
+            layers=self.num_layers,
+            rows=rows,
+            capacity=max_tokens,
+            like=self.fc.weight,
         )
         return AutoregressiveState(target, rollout)
 

@@ -80,7 +80,13 @@ class RolloutHead(Protocol):
 
 
 def rollout(
-    head: RolloutHead, batch: TrainBatch, target: TargetHead, rows: RolloutRows, feature_BTD: Tensor, *, detach: bool = False
+    head: RolloutHead,
+    batch: TrainBatch,
+    target: TargetHead,
+    rows: RolloutRows,
+    feature_BTD: Tensor,
+    *,
+    detach: bool = False,
 ) -> Tensor:
     """Outputs of every step at the gathered rows, S x B x R x D.
 
@@ -151,7 +157,12 @@ def rollout_attention(
 
 
 def _attend(
-    query_BGhRd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, own_k_BGRsd: Tensor, own_v_BGRsd: Tensor, seen_BRT: Tensor
+    query_BGhRd: Tensor,
+    key_BGTd: Tensor,
+    value_BGTd: Tensor,
+    own_k_BGRsd: Tensor,
+    own_v_BGRsd: Tensor,
+    seen_BRT: Tensor,
 ) -> Tensor:
     """One softmax over T prefix keys and s own keys; the own part is s dot products a row, no matrix."""
     B, G, h, R, d = query_BGhRd.shape

@@ -38,7 +38,9 @@ def dense_reference(q: list[Tensor], k: list[Tensor], v: list[Tensor], batch: Tr
     steps, T = len(q), q[0].shape[2]
     same = (batch.document_BT[:, :, None] == batch.document_BT[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
     own = torch.eye(T, dtype=torch.bool).expand_as(same)
-    blocks = [[same if j == 0 else own if j <= s else torch.zeros_like(same) for j in range(steps)] for s in range(steps)]
+    blocks = [
+        [same if j == 0 else own if j <= s else torch.zeros_like(same) for j in range(steps)] for s in range(steps)
+    ]
     mask = torch.cat([torch.cat(row, 2) for row in blocks], 1)[:, None]
     groups = q[0].shape[1] // k[0].shape[1]
     keys, values = (torch.cat(x, 2).repeat_interleave(groups, 1) for x in (k, v))
@@ -72,7 +74,9 @@ def test_equals_the_dense_mask_with_gradients(limit: int, monkeypatch: pytest.Mo
         live = rows.live_SBR[s][:, None, :, None]
         assert torch.allclose(own[s] * live, reference[s] * live, atol=1e-12)
     gradients = [
-        torch.autograd.grad(sum((x * weight * rows.live_SBR[s][:, None, :, None]).sum() for s, x in enumerate(out)), leaves)
+        torch.autograd.grad(
+            sum((x * weight * rows.live_SBR[s][:, None, :, None]).sum() for s, x in enumerate(out)), leaves
+        )
         for out in (own, reference)
     ]
     for a, b in zip(*gradients, strict=True):
