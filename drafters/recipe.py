@@ -54,20 +54,13 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class FeaturesSection:
-    """Where the target's hidden states come from: "online" runs the target for each batch, "cached" reads them from folder."""
-
-    source: Literal["online", "cached"] = "online"
-    folder: str = ""
-
-
-@dataclass(frozen=True)
 class TrainSection:
     """The optimizer and the loop.
 
     batch_size: rows per optimizer step over all processes; micro_batch_size: rows per forward of one process; what
     lies between is accumulated, so the same recipe gives the same steps on any number of processes.
-    max_steps: ends the run early and sets the schedule's length; 0 leaves both to epochs.
+    max_steps: ends the run early and sets the schedule's length; 0 leaves both to epochs. eval_every, save_every: steps
+    between evaluations and between checkpoints; 0 evaluates never and saves at the end only.
     """
 
     epochs: float = 1.0
@@ -116,6 +109,10 @@ class TreeSection:
     nodes: int = 16
     paths: tuple[tuple[int, ...], ...] = ()
 
+    def max_depth(self) -> int:
+        """The deepest level of a tree of this kind."""
+        return max(map(len, self.paths), default=0) if self.kind == "static" else self.depth
+
 
 @dataclass(frozen=True)
 class EvalSection:
@@ -154,7 +151,6 @@ class Recipe:
     drafter: Any
     data: DataSection
     output: OutputSection
-    features: FeaturesSection = field(default_factory=FeaturesSection)
     train: TrainSection = field(default_factory=TrainSection)
     eval: EvalSection = field(default_factory=EvalSection)
 

@@ -13,8 +13,6 @@ AT_LEAST_ONE = (
     "train.batch_size",
     "train.micro_batch_size",
     "train.log_every",
-    "train.eval_every",
-    "train.save_every",
     "train.keep_checkpoints",
     "eval.num_prompts",
     "eval.max_new_tokens",
@@ -27,6 +25,8 @@ AT_LEAST_ZERO = (
     "eval.num_rows",
     "data.limit",
     "train.max_steps",
+    "train.eval_every",
+    "train.save_every",
     "train.weight_decay",
     "eval.sampling.temperature",
     "eval.sampling.top_k",
@@ -46,16 +46,12 @@ def unsound_settings(recipe: Recipe) -> Iterator[Fault]:
     yield from _out_of_range(recipe)
     train, data = recipe.train, recipe.data
     if train.batch_size % train.micro_batch_size:
-        yield (
-            ("train", "batch_size"),
-            (f"must be a multiple of micro_batch_size, got {train.batch_size} and {train.micro_batch_size}"),
-        )
+        got = f"{train.batch_size} and {train.micro_batch_size}"
+        yield ("train", "batch_size"), f"must be a multiple of micro_batch_size, got {got}"
     if not data.train:
         yield ("data", "train"), "names no data"
     if not data.heldout and not 0 < data.heldout_fraction < 1:
         yield ("data", "heldout_fraction"), f"must lie between 0 and 1, got {data.heldout_fraction}"
-    if recipe.features.source == "cached" and not recipe.features.folder:
-        yield ("features", "folder"), "must name the cached features when source is cached"
     if recipe.eval.tree.kind == "static" and not recipe.eval.tree.paths:
         yield ("eval", "tree", "paths"), "must list the paths of a static tree"
 

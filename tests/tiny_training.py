@@ -18,7 +18,7 @@ from drafters.batch import TrainBatch
 from drafters.features.source import OnlineFeatures
 from drafters.heads.base import Drafter
 from drafters.heads.eagle import EagleConfig
-from drafters.recipe import DataSection, OutputSection, Recipe, TargetSection, TrainSection
+from drafters.recipe import DataSection, EvalSection, OutputSection, Recipe, TargetSection, TrainSection, TreeSection
 from drafters.run import RunFolder
 from drafters.target.hf import HFTarget
 from drafters.target.info import make_info
@@ -87,6 +87,7 @@ def make_recipe(folder: Path, drafter: Any = None, **train: Any) -> Recipe:
         data=DataSection(train=()),
         output=OutputSection(folder=str(folder)),
         train=TrainSection(**{**defaults, **train}),
+        eval=EvalSection(tree=TreeSection(depth=2)),
     )
 
 

@@ -131,13 +131,8 @@ def _rows(documents: Documents, section: DataSection) -> Rows:
 
 def _key(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
     settings = asdict(section)
-    for name in (
-        "train",
-        "heldout",
-        "packing",
-        "seed",
-        "cache_folder",
-    ):  # packing is not stored; files count by content
+    # Packing is not stored; files count by content.
+    for name in ("train", "heldout", "packing", "seed", "cache_folder"):
         del settings[name]
     facts = {
         "format": FORMAT,

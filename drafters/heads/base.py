@@ -57,6 +57,11 @@ class Drafter(nn.Module, ABC):
     def feature_layers(self) -> Sequence[int]:
         """Layers of the target whose hidden states the head reads, in the numbering of `target.adapter`."""
 
+    @property
+    def max_depth(self) -> int:
+        """The deepest tree that the head can draft; 0 where there is no limit."""
+        return 0
+
     def set_vocabulary(self, counts_V: Tensor) -> None:
         """Chooses the draft vocabulary, for heads with one of their own; called once, before `init_from`.
 

@@ -98,6 +98,10 @@ class Medusa(Drafter):
     def feature_layers(self) -> Sequence[int]:
         return (-1,)
 
+    @property
+    def max_depth(self) -> int:
+        return int(self.config.num_heads)
+
     def init_from(self, target: TargetHead) -> None:
         """Every head starts as the target's own output."""
         with torch.no_grad():

@@ -56,6 +56,10 @@ def make_accelerator(section: TrainSection) -> Accelerator:
         mixed_precision="bf16" if section.precision == "bfloat16" else "no",
         kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=TIMEOUT)],
     )
+    if accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        # The launcher gives each process one thread where the user has not said how many.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(torch.get_num_threads(), cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = section.micro_batch_size
@@ -90,10 +94,16 @@ def make_drafter(
         counts_V: how often each token is to be learned in the training data, for heads with a vocabulary of their own.
 
     Raises:
-        ValueError: the weights to start from are of another target or do not fit the recipe's drafter.
+        ValueError: the weights to start from are of another target or do not fit the recipe's drafter, or eval.tree is
+            deeper than the drafter drafts.
     """
     torch.manual_seed(recipe.train.seed)
-    drafter = find_drafter(recipe.drafter.type)(recipe.drafter, target.info)
+    drafter: Drafter = find_drafter(recipe.drafter.type)(recipe.drafter, target.info)
+    if 0 < drafter.max_depth < recipe.eval.tree.max_depth():
+        raise ValueError(
+            f"eval.tree is {recipe.eval.tree.max_depth()} deep, but this {recipe.drafter.type} drafts no deeper than "
+            f"{drafter.max_depth}; lower eval.tree.depth"
+        )
     if counts_V is not None:
         drafter.set_vocabulary(counts_V)
     drafter.init_from(target)

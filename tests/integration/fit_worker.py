@@ -2,8 +2,8 @@
 
     fit_worker.py FOLDER JSON
 
-JSON: "train", changes of the recipe's train section; "sgd", plain gradient steps; "sigterm", [process, step] to be signalled;
-"slow_save", the step whose checkpoint is never done writing.
+JSON: "train", changes of the recipe's train section; "sgd", plain gradient steps; "noise", of the head's input;
+"sigterm", [process, step] to be signalled; "slow_save", the step whose checkpoint is never done writing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tiny_training as tt
 import torch
 
 from drafters.batch import TrainBatch
+from drafters.heads.eagle import EagleConfig
 from drafters.recipe import TrainSection
 from drafters.training import checkpoint
 
@@ -49,7 +50,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     def evaluate(drafter: Any) -> dict[str, float]:
         return {"tau": 1.0}
 
-    recipe = tt.make_recipe(folder, **options["train"])
+    recipe = tt.make_recipe(folder, EagleConfig(noise=options.get("noise", 0.2)), **options["train"])
     heldout = tuple(tt.make_row(row) for row in (1000, 1001, 1002))
     outcome = tt.train(
         folder, recipe, loader=Signalled, heldout=heldout, optimizer_for=optimizer_for, evaluate=evaluate
