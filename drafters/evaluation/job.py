@@ -84,7 +84,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, metavar="B")
     parser.add_argument("--temperature", type=float, nargs="+", metavar="T", help="0 is greedy")
     parser.add_argument("--tree", nargs="+", choices=("chain", "static", "dynamic"))
-    parser.add_argument("--depth", type=int, metavar="K", help="draft length of chains and dynamic trees")
+    parser.add_argument("--depth", type=int, metavar="K", help="draft length: depth of the tree")
     parser.add_argument("--rule", help="acceptance rule")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--out", type=Path, help="folder of the report (default: report/ in the run folder)")
@@ -169,7 +169,9 @@ def variants(args: argparse.Namespace, section: EvalSection) -> list[EvalSection
 
 def _tree(kind: Any, depth: int | None, tree: TreeSection) -> TreeSection:
     tree = replace(tree, kind=kind, depth=tree.depth if depth is None else depth)
-    return replace(tree, paths=STATIC_PATHS) if kind == "static" and not tree.paths else tree
+    if kind == "static" and not tree.paths:
+        return replace(tree, paths=tuple(path for path in STATIC_PATHS if len(path) <= tree.depth))
+    return tree
 
 
 def _find_recipe(given: Path | None, *folders: Path) -> Recipe | None:
