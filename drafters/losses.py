@@ -1,13 +1,14 @@
-"""Losses of a draft distribution, as sums and counts in float32.
+"""Losses of a draft distribution, summed in float32.
 
-`token_loss` works on logits. The other functions go from hidden states to the loss in chunks of rows: each chunk's
-logits and their gradient live only while that chunk is worked on, so N x V logits are never held, and nothing is
-computed twice.
+`row_losses` works on logits. `token_loss` goes from hidden states to the loss in chunks of rows: each chunk's logits
+and their gradient live only while that chunk is worked on, so N x V logits are never held, and nothing is computed
+twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from drafters.metrics import Ratio
 
-TokenLoss = Literal["soft_cross_entropy", "kl", "tv", "lk", "lk_mixture"]
+LossKind = Literal["cross_entropy", "soft_cross_entropy", "kl", "tv", "lk", "lk_mixture"]
 Unembed = Callable[..., Tensor]
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
 
@@ -26,17 +27,47 @@ CHUNK_LOGITS_GPU = 2**26
 TINY = 1e-20
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What some rows are to learn.
+
+    Attributes:
+        best_N: the token that counts as right, as an id of the draft vocabulary; -1 where that lacks it, and the row
+            then adds nothing to the loss and counts as a miss.
+        probs_NU: the target's law over the draft vocabulary, float32; None for `cross_entropy`, which learns best_N.
+    """
+
+    best_N: Tensor
+    probs_NU: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Sums over rows.
+
+    Attributes:
+        total: each row's loss times its weight; the only one with a gradient.
+        losses: for each group of rows, the plain sum of losses, and its rows.
+        hits: for each group of rows, how often the most likely draft token is the right one, and its rows.
+    """
+
+    total: Tensor
+    losses: list[Ratio]
+    hits: list[Ratio]
+
+
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
     """How many rows of logits to hold at once."""
     budget = CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU
     return max(16, budget // vocab_size)
 
 
-def token_loss(kind: TokenLoss, draft_logits: Tensor, teacher_probs: Tensor) -> Tensor:
+def row_losses(kind: LossKind, draft_logits: Tensor, lesson: Lesson, *, top_k: int = 0) -> Tensor:
     """The loss of each row, computed in float32 whatever the logits are in.
 
-    With p the teacher's law, q the draft's and alpha = sum min(p, q), the chance that a token drawn from q is accepted:
+    With p the target's law, q the draft's and alpha = sum min(p, q), the chance that a token drawn from q is accepted:
 
+    - cross_entropy: -log q(right token).
     - soft_cross_entropy: -sum p log q.
     - kl: sum p log(p / q), the same gradient, zero at p = q.
     - tv: 1 - alpha, the total variation distance.
@@ -45,24 +76,32 @@ def token_loss(kind: TokenLoss, draft_logits: Tensor, teacher_probs: Tensor) -> 
       the laws are far apart, where total variation has hardly any gradient.
 
     Args:
-        draft_logits: [..., V].
-        teacher_probs: [..., V], float32.
+        draft_logits: [..., U].
+        lesson: of the same rows; its best_N must be an id.
+        top_k: soft_cross_entropy over the k most likely tokens of p only, not renormalised; 0 = over all.
 
     Returns:
         [...], float32.
     """
     log_q = F.log_softmax(draft_logits.float(), dim=-1)
+    if kind == "cross_entropy":
+        return -log_q.gather(-1, lesson.best_N[..., None])[..., 0]
+    p = lesson.probs_NU
+    assert p is not None
     if kind == "soft_cross_entropy":
-        return -(teacher_probs * log_q).sum(-1)
+        if not top_k:
+            return -(p * log_q).sum(-1)
+        likely = p.topk(min(top_k, p.shape[-1]), dim=-1)
+        return -(likely.values * log_q.gather(-1, likely.indices)).sum(-1)
     if kind == "kl":
-        return _kl(teacher_probs, log_q)
-    alpha = torch.minimum(teacher_probs, log_q.exp()).sum(-1)
+        return _kl(p, log_q)
+    alpha = torch.minimum(p, log_q.exp()).sum(-1)
     if kind == "tv":
         return 1 - alpha
     if kind == "lk":
         return -alpha.clamp_min(TINY).log()
     weight = torch.exp(-3 * alpha.detach())
-    return weight * _kl(teacher_probs, log_q) + (1 - weight) * (1 - alpha)
+    return weight * _kl(p, log_q) + (1 - weight) * (1 - alpha)
 
 
 def _kl(probs: Tensor, log_q: Tensor) -> Tensor:
@@ -72,82 +111,76 @@ def _kl(probs: Tensor, log_q: Tensor) -> Tensor:
 def smooth_l1(predicted_ND: Tensor, wanted_ND: Tensor) -> Ratio:
     """Smooth L1 (beta = 1), the mean over D of each row, summed over rows."""
     per_row = F.smooth_l1_loss(predicted_ND.float(), wanted_ND.float(), reduction="none").mean(-1)
-    return Ratio(per_row.sum(), _count(predicted_ND))
+    return Ratio(per_row.sum(), torch.tensor(float(len(predicted_ND)), device=predicted_ND.device))
 
 
-def cross_entropy(
-    hidden_ND: Tensor, unembed: Unembed, labels_N: Tensor, *, rows: int, weights: Sequence[Tensor] = ()
-) -> tuple[Ratio, Ratio]:
-    """Cross-entropy against the labels.
-
-    Args:
-        hidden_ND: what the draft logits are computed from.
-        unembed: logits from (hidden, *weights).
-        labels_N: the right token of each row.
-        rows: rows per chunk, see `chunk_rows`.
-        weights: tensors that `unembed` uses and that are trained; others would get no gradient.
-
-    Returns:
-        the loss, and how often the most likely token is the label.
-    """
-
-    def loss(hidden: Tensor, start: int, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        logits = unembed(hidden, *parts)
-        labels = labels_N[start : start + len(hidden)]
-        return F.cross_entropy(logits.float(), labels, reduction="sum"), (logits.argmax(-1) == labels).sum()
-
-    return _over_chunks(loss, hidden_ND, rows, weights)
-
-
-def distillation(
-    kind: TokenLoss,
+def token_loss(
+    kind: LossKind,
     hidden_ND: Tensor,
     unembed: Unembed,
-    teacher: Callable[[int, int], Tensor],
+    teacher: Callable[[int, int], Lesson],
     *,
     rows: int,
     weights: Sequence[Tensor] = (),
-) -> tuple[Ratio, Ratio]:
-    """A `token_loss` against the target's law.
+    weight: float = 1.0,
+    row_weight_N: Tensor | None = None,
+    group_N: Tensor | None = None,
+    groups: int = 1,
+    top_k: int = 0,
+    top_k_weight: float = 0.0,
+) -> TokenLoss:
+    """The loss of rows of hidden states.
 
     Args:
-        kind: which one.
+        kind: see `row_losses`.
         hidden_ND: what the draft logits are computed from.
-        unembed: logits from (hidden, *weights).
-        teacher: the target's logits of rows start .. stop - 1; computed chunk by chunk as well.
+        unembed: draft logits from (hidden, *weights).
+        teacher: the lesson of rows start .. stop - 1; made chunk by chunk as well.
         rows: rows per chunk, see `chunk_rows`.
         weights: tensors that `unembed` uses and that are trained; others would get no gradient.
-
-    Returns:
-        the loss, and how often the most likely token is the target's most likely one.
+        weight: of the loss in the total.
+        row_weight_N: of each row in the total; 1 by default.
+        group_N: the group of each row, 0 .. groups - 1; one group by default.
+        top_k, top_k_weight: adds top_k_weight * the soft cross-entropy over the target's top_k tokens, as HASS does.
     """
+    device = hidden_ND.device
+    row_weight_N = torch.ones(len(hidden_ND), device=device) if row_weight_N is None else row_weight_N
+    group_N = torch.zeros(len(hidden_ND), dtype=torch.long, device=device) if group_N is None else group_N
 
     def loss(hidden: Tensor, start: int, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        chunk = slice(start, start + len(hidden))
         with torch.no_grad():
-            wanted = teacher(start, start + len(hidden))
-            best = wanted.argmax(-1)
-            probs = torch.softmax(wanted.float(), dim=-1)
+            lesson = teacher(start, start + len(hidden))
+        known = lesson.best_N >= 0
         logits = unembed(hidden, *parts)
-        return token_loss(kind, logits, probs).sum(), (logits.argmax(-1) == best).sum()
+        hits = (logits.argmax(-1) == lesson.best_N).float()
+        lesson = Lesson(lesson.best_N.clamp_min(0), lesson.probs_NU)
+        plain = torch.where(known, row_losses(kind, logits, lesson), 0.0)
+        weighted = weight * plain
+        if top_k_weight:
+            likely = row_losses("soft_cross_entropy", logits, lesson, top_k=top_k)
+            weighted = weighted + top_k_weight * torch.where(known, likely, 0.0)
+        facts = torch.stack([plain.detach(), hits, torch.ones_like(hits)])
+        sums = torch.zeros(3, groups, device=device).index_add_(1, group_N[chunk], facts)
+        return (weighted * row_weight_N[chunk]).sum(), sums
 
-    return _over_chunks(loss, hidden_ND, rows, weights)
-
-
-def _over_chunks(loss: ChunkLoss, hidden_ND: Tensor, rows: int, weights: Sequence[Tensor]) -> tuple[Ratio, Ratio]:
-    total, hits = _Chunked.apply(loss, rows, hidden_ND, *weights)
-    return Ratio(total, _count(hidden_ND)), Ratio(hits, _count(hidden_ND))
-
-
-def _count(hidden_ND: Tensor) -> Tensor:
-    return torch.tensor(float(len(hidden_ND)), device=hidden_ND.device)
+    total, sums = _Chunked.apply(loss, rows, groups, hidden_ND, *weights)
+    losses, hits, counts = sums
+    return TokenLoss(
+        total,
+        [Ratio(losses[group], counts[group]) for group in range(groups)],
+        [Ratio(hits[group], counts[group]) for group in range(groups)],
+    )
 
 
 class _Chunked(torch.autograd.Function):
     """Sums a loss over chunks of rows and takes its gradient in the same pass, while the chunk's logits exist."""
 
     @staticmethod
-    def forward(ctx: Any, loss: ChunkLoss, rows: int, hidden_ND: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        wanted = ctx.needs_input_grad[2:]
+    def forward(
+        ctx: Any, loss: ChunkLoss, rows: int, groups: int, hidden_ND: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[3:]
         sources = [
             source.detach().requires_grad_(want) for source, want in zip((hidden_ND, *weights), wanted, strict=True)
         ]
@@ -156,20 +189,20 @@ class _Chunked(torch.autograd.Function):
             for index, (source, want) in enumerate(zip(sources, wanted, strict=True))
         ]
         total = torch.zeros((), device=hidden_ND.device)
-        hits = torch.zeros((), device=hidden_ND.device)
+        sums = torch.zeros(3, groups, device=hidden_ND.device)
         for start in range(0, len(hidden_ND), rows):
             with torch.set_grad_enabled(any(wanted)):
                 part = sources[0][start : start + rows].detach().requires_grad_(wanted[0])
-                value, right = loss(part, start, *sources[1:])
+                value, more = loss(part, start, *sources[1:])
             total += value.detach()
-            hits += right
+            sums += more
             if any(wanted):
                 _add_gradients(value, [part, *sources[1:]], gradients, start)
         ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
         ctx.wanted = wanted
         ctx.dtypes = [source.dtype for source in sources]
-        ctx.mark_non_differentiable(hits)
-        return total, hits
+        ctx.mark_non_differentiable(sums)
+        return total, sums
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +211,7 @@ class _Chunked(torch.autograd.Function):
             (next(saved) * grad_outputs[0]).to(dtype) if want else None
             for want, dtype in zip(ctx.wanted, ctx.dtypes, strict=True)
         ]
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)
 
 
 def _add_gradients(value: Tensor, sources: list[Tensor], gradients: list[Tensor | None], start: int) -> None:

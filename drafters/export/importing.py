@@ -167,6 +167,8 @@ def _settings(read: ReadHead, tensors: dict[str, Tensor], info: TargetInfo) -> d
     sizes["num_layers"] = read.layers
     if read.method == "eagle":
         return {**sizes, "fc_bias": "fc.bias" in tensors}
+    if read.layers > 1:
+        sizes["steps"] = 1  # what a head of several layers can be trained with
     return {
         **sizes,
         "feature_layers": from_ids(read.streams, info, "inputs"),

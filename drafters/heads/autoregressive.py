@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.batch import TrainBatch
 from drafters.heads.base import Drafter
-from drafters.heads.blocks import Attend, LayerShape, RoPE
+from drafters.heads.blocks import Attend, Attention, DecoderLayer, LayerShape, RoPE, document_mask
 from drafters.heads.rollout import Rollout
+from drafters.heads.training_time_test import RolloutRows, rollout
+from drafters.losses import TokenLoss
+from drafters.metrics import Ratio
 from drafters.target.adapter import TargetHead, TargetInfo
 from drafters.tree import Committed, DraftBudget, DraftTree
 
@@ -34,6 +38,7 @@ class AutoregressiveHead(Drafter):
     """A head with layers, rotary positions and a cache; subclasses say what an entry is and what is read off an output."""
 
     fc: nn.Linear
+    layers: nn.ModuleList
 
     def __init__(self, config: Any, info: TargetInfo, shape: LayerShape, num_layers: int) -> None:
         super().__init__(config, info)
@@ -56,6 +61,36 @@ class AutoregressiveHead(Drafter):
     @abstractmethod
     def draft_logits(self, hidden: Tensor, target: TargetHead) -> Tensor:
         """Logits over the draft vocabulary; [..., D] -> [..., U]."""
+
+    @property
+    def attention(self) -> Attention:
+        """Of the first layer."""
+        return self._first.self_attn
+
+    @property
+    def _first(self) -> DecoderLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    @abstractmethod
+    def prepare(self, tokens: Tensor, feature: Tensor, target: TargetHead) -> tuple[Tensor, Tensor]:
+        """See `RolloutHead`."""
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """See `RolloutHead`."""
+        return self._first.finish(residual + attended)
+
+    def outputs(
+        self, batch: TrainBatch, target: TargetHead, rows: RolloutRows, feature_BTD: Tensor, *, detach: bool = False
+    ) -> Tensor:
+        """Outputs of every step at the rows, S x B x R x D; see `rollout`. A head of several layers takes one step only."""
+        if self.num_layers == 1:
+            return rollout(self, batch, target, rows, feature_BTD, detach=detach)
+        # index t       x_{t+1}, the feature at t, at position t
+        following_BT = torch.roll(batch.input_ids_BT, -1, dims=1)
+        attend = Attend(*self.rope(batch.position_BT), document_mask(batch.document_BT))
+        return rows.gather(self.network(self.entries(following_BT, feature_BTD, target), attend))[None]
 
     def feedback(self, hidden: Tensor) -> Tensor:
         """The feature of the next entry, from the output at its parent."""
@@ -107,3 +142,18 @@ class AutoregressiveHead(Drafter):
         if state.hidden_BD is not None and state.root_B is not None:
             state.hidden_BD, state.root_B = state.hidden_BD[rows], state.root_B[rows]
         return state
+
+
+def step_metrics(loss: TokenLoss) -> dict[str, Ratio]:
+    """Teacher-forced metrics of each step, from 1; a single step has no number."""
+    names = [""] if len(loss.hits) == 1 else [f"step{step}_" for step in range(1, len(loss.hits) + 1)]
+    top1 = {f"{name}top1": hits for name, hits in zip(names, loss.hits, strict=True)}
+    return {**top1, **{f"{name}token_loss": losses for name, losses in zip(names, loss.losses, strict=True)}}
+
+
+def check_steps(steps: int, num_layers: int) -> None:
+    """Refuses settings that cannot be trained."""
+    if steps < 1 or num_layers < 1:
+        raise ValueError(f"steps {steps} and num_layers {num_layers} must be at least 1")
+    if steps > 1 and num_layers > 1:
+        raise ValueError(f"a head of {num_layers} layers trains with steps: 1, got {steps}")

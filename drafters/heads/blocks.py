@@ -6,7 +6,7 @@ Masks are boolean, true = may attend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.target.adapter import TargetHead, TargetInfo
 from drafters.target.cache import KVStore
+
+LLAMA_BLOCK = (
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"self_attn.{name}_norm.weight" for name in "qk"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
 
 
 def target_dtype(target: TargetHead) -> torch.dtype:
@@ -236,6 +244,40 @@ class DecoderLayer(nn.Module):
         x = hidden_BND if attention_input_BNI is None else attention_input_BNI
         if attention_input_BNI is None and self.input_layernorm is not None:
             x = self.input_layernorm(x)
-        hidden_BND = hidden_BND + self.self_attn(x, attend, layer)
-        out: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
+        return self.finish(hidden_BND + self.self_attn(x, attend, layer))
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The layer's output from the residual stream after attention; [..., D]."""
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
+
+    def copy_block(self, weights: Mapping[str, Tensor]) -> None:
+        """Starts as a block of a Llama-like target; what attention reads beyond the block's own input starts at zero.
+
+        Biases are left out. Where the target norms queries and keys (Qwen3), these keep their random start.
+
+        Args:
+            weights: the block's tensors by their names inside it.
+
+        Raises:
+            ValueError: the block is of another kind or another size.
+        """
+        advice = "use initialize: random, or sizes of 0, which are the target's"
+        normed = "self_attn.q_norm.weight" in weights
+        other = [name for name in weights if not name.endswith(".bias") and name not in LLAMA_BLOCK]
+        if other:
+            raise ValueError(f"drafter.initialize: target: the target's blocks hold {', '.join(other)}; {advice}")
+        with torch.no_grad():
+            for name, own in self.named_parameters():
+                if name not in LLAMA_BLOCK or (normed and name.endswith(("q_proj.weight", "k_proj.weight"))):
+                    continue
+                if name == "input_layernorm.weight" and self.self_attn.q_proj.in_features > own.shape[0]:
+                    continue  # it norms something that the block doesn't read
+                given = weights[name]
+                if given.shape[0] != own.shape[0] or given.shape[-1] > own.shape[-1]:
+                    raise ValueError(
+                        f"drafter.initialize: target: the head's {name} is {tuple(own.shape)}, the target's "
+                        f"{tuple(given.shape)}; {advice}"
+                    )
+                own.zero_()
+                own[..., own.shape[-1] - given.shape[-1] :].copy_(given)

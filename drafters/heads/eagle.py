@@ -1,9 +1,12 @@
-"""EAGLE-1: one decoder layer that continues the target's features (Li et al. 2024, arXiv 2401.15077).
+"""EAGLE-1: one decoder layer that continues the target's features (Li et al. 2024, arXiv 2401.15077), and HASS.
 
 index t     input: e_{t+1}, the embedding of x_{t+1}, and h_t, the target's hidden state after the final norm
             output: an estimate of h_{t+1}, which the target's output matrix turns into the law of x_{t+2}
 
 The output at t is the feature of the next entry, (e_{t+2}, estimate of h_{t+1}), and so on down the draft tree.
+
+HASS (Zhang et al. 2024, arXiv 2408.15766) trains that too: `steps` aligned forwards, each fed the last one's outputs
+without gradient, and a loss on the target's most likely tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from drafters.batch import TrainBatch
-from drafters.heads.autoregressive import AutoregressiveHead
+from drafters.heads.autoregressive import AutoregressiveHead, check_steps, step_metrics
 from drafters.heads.base import HeadOutput
-from drafters.heads.blocks import Attend, DecoderLayer, LayerShape, document_mask, rope_parameters, target_dtype
-from drafters.losses import chunk_rows, distillation, smooth_l1
+from drafters.heads.blocks import Attend, DecoderLayer, LayerShape, rope_parameters, target_dtype
+from drafters.heads.teacher import Teacher
+from drafters.heads.training_time_test import RolloutRows
+from drafters.losses import LossKind, chunk_rows, smooth_l1, token_loss
 from drafters.metrics import Ratio
 from drafters.target.adapter import TargetHead, TargetInfo
 
@@ -33,8 +38,9 @@ class EagleConfig:
     fc_bias: serving engines drop it. noise: width of the uniform noise on the input features in training (not on
     what is to be predicted), centred on zero. noise_by_length: the width is noise * 512 / length of the document, as in
     the released trainer; otherwise it is the same for all. feature_weight, token_weight: the loss is feature_weight *
-    smooth L1 to h_{t+1} + token_weight * soft cross-entropy to the target's law of x_{t+2}. initialize: "identity"
-    starts as "the next feature is nearly this one".
+    smooth L1 to h_{t+1} + token_weight * loss against the target's law of x_{t+2} + top_k_weight * soft cross-entropy over
+    its top_k tokens. steps: aligned forwards; HASS has 3, with top_k_weight 1. initialize: "identity" starts as "the next
+    feature is nearly this one", "target" as the target's last block on top of that.
     """
 
     type: str = "eagle"
@@ -45,13 +51,16 @@ class EagleConfig:
     fc_bias: bool = False
     noise: float = 0.2
     noise_by_length: bool = True
+    loss: LossKind = "soft_cross_entropy"
     feature_weight: float = 1.0
     token_weight: float = 0.1
-    initialize: Literal["random", "identity"] = "random"
+    top_k: int = 10
+    top_k_weight: float = 0.0
+    steps: int = 1
+    initialize: Literal["random", "identity", "target"] = "random"
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers is {self.num_layers}; it must be at least 1")
+        check_steps(self.steps, self.num_layers)
 
 
 class Eagle(AutoregressiveHead):
@@ -84,10 +93,13 @@ class Eagle(AutoregressiveHead):
         with torch.no_grad():
             self.fc.weight[:, :D] *= 0.1
             self.fc.weight[:, D:].copy_(torch.eye(D))
-            for layer in self.layers:
+            for index, layer in enumerate(self.layers):
                 assert isinstance(layer, DecoderLayer)
-                layer.self_attn.o_proj.weight *= 0.1
-                layer.mlp.down_proj.weight *= 0.1
+                if self.config.initialize == "target":
+                    layer.copy_block(target.block_weights(index - len(self.layers)))
+                else:
+                    layer.self_attn.o_proj.weight *= 0.1
+                    layer.mlp.down_proj.weight *= 0.1
 
     def supervised(self, batch: TrainBatch) -> Tensor:
         """B x T: where the head is to learn.
@@ -103,34 +115,29 @@ class Eagle(AutoregressiveHead):
 
     def forward(self, batch: TrainBatch, target: TargetHead) -> HeadOutput:
         assert batch.features is not None
-        mask = self.supervised(batch)
-        predicted_ND = self.predict(batch, target)[mask]
-        # index t       is compared with h_{t+1}
-        wanted_ND = self.fuse(torch.roll(batch.features.last_BTD, -1, dims=1)[mask], target)
-        feature = smooth_l1(predicted_ND, wanted_ND)
-        token, right = distillation(
-            "soft_cross_entropy",
-            predicted_ND,
-            lambda hidden: self.draft_logits(hidden, target),
-            lambda start, stop: target.unembed(wanted_ND[start:stop]),
-            rows=chunk_rows(self.info.vocab_size, predicted_ND.device),
-        )
-        total = self.config.feature_weight * feature.sum + self.config.token_weight * token.sum
-        metrics = {"top1": right, "feature_loss": feature.detach(), "token_loss": token.detach()}
-        return HeadOutput(Ratio(total, feature.count), metrics)
-
-    def predict(self, batch: TrainBatch, target: TargetHead) -> Tensor:
-        """The output at every index, B x T x D, from the target's own features."""
-        assert batch.features is not None
-        # index t       x_{t+1}, h_t, at position t
-        following_BT = torch.roll(batch.input_ids_BT, -1, dims=1)
-        feature = self.fuse(batch.features.captured_BTF, target)
+        rows = RolloutRows.of(batch, self.config.steps)
+        feature_BTD = self.fuse(batch.features.captured_BTF, target)
         noise = self._noise(batch)
         if noise is not None:
-            feature = feature + noise.to(feature.dtype)
-        cos, sin = self.rope(batch.position_BT)
-        attend = Attend(cos, sin, document_mask(batch.document_BT))
-        return self.network(self.entries(following_BT, feature, target), attend)
+            feature_BTD = feature_BTD + noise.to(feature_BTD.dtype)
+        entry_N, place_N, step_N = rows.trained(batch.input_ids_BT.shape[1])
+        predicted_ND = self.outputs(batch, target, rows, feature_BTD, detach=True).flatten(0, 2)[entry_N]
+        wanted_ND = self.fuse(batch.features.last_BTD.flatten(0, 1)[place_N], target)
+        feature = smooth_l1(predicted_ND, wanted_ND)
+        token = token_loss(
+            self.config.loss,
+            predicted_ND,
+            lambda hidden: self.draft_logits(hidden, target),
+            Teacher(self.config.loss, batch, target, place_N),
+            rows=chunk_rows(self.info.vocab_size, predicted_ND.device),
+            weight=self.config.token_weight,
+            group_N=step_N,
+            groups=self.config.steps,
+            top_k=self.config.top_k,
+            top_k_weight=self.config.top_k_weight,
+        )
+        total = self.config.feature_weight * feature.sum + token.total
+        return HeadOutput(Ratio(total, self.count(batch)), {"feature_loss": feature.detach(), **step_metrics(token)})
 
     def export_spec(self) -> dict[str, Any]:
         return {
@@ -153,6 +160,10 @@ class Eagle(AutoregressiveHead):
         """Embedding first, feature second, in the head's own type."""
         dtype = self.fc.weight.dtype
         return torch.cat([target.embed(tokens).to(dtype), feature.to(dtype)], dim=-1)
+
+    def prepare(self, tokens: Tensor, feature: Tensor, target: TargetHead) -> tuple[Tensor, Tensor]:
+        hidden: Tensor = self.fc(self.entries(tokens, feature, target))
+        return hidden, hidden
 
     def network(self, entries_BNI: Tensor, attend: Attend) -> Tensor:
         hidden: Tensor = self.fc(entries_BNI)

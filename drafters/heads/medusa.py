@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from drafters.batch import TrainBatch
 from drafters.heads.base import Drafter, HeadOutput
 from drafters.heads.blocks import target_dtype
-from drafters.losses import chunk_rows, cross_entropy
+from drafters.heads.teacher import Teacher
+from drafters.losses import LossKind, chunk_rows, token_loss
 from drafters.metrics import Ratio
 from drafters.target.adapter import TargetHead, TargetInfo
 from drafters.tree import Committed, DraftBudget, DraftTree
@@ -28,14 +29,16 @@ from drafters.tree import Committed, DraftBudget, DraftTree
 class MedusaConfig:
     """Settings of a Medusa-1 head.
 
-    num_heads: K, the deepest it can draft. num_layers: residual layers of each head. loss_weight, loss_decay: the
-    loss is loss_weight * sum over k of loss_decay^k * cross-entropy of head k. shared_output: every head uses the
-    target's frozen output matrix in place of one of its own (V x D trainable weights a head).
+    num_heads: K, the deepest it can draft. num_layers: residual layers of each head. loss: against the text (cross_entropy)
+    or the target's law. loss_weight, loss_decay: the loss is loss_weight * sum over k of loss_decay^k * loss of head k.
+    shared_output: every head uses the target's frozen output matrix in place of one of its own (V x D trainable weights a
+    head).
     """
 
     type: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1
+    loss: LossKind = "cross_entropy"
     loss_weight: float = 0.2
     loss_decay: float = 0.8
     shared_output: bool = False
@@ -122,13 +125,17 @@ class Medusa(Drafter):
         rows = chunk_rows(self.info.vocab_size, count.device)
         for k, mask in enumerate(masks, start=1):
             hidden_ND = self._hidden(batch.features.captured_BTF[mask], target)
-            labels_N = batch.label(1 + k)[0][mask]
             weights = [] if self.config.shared_output else [self._matrix(k - 1)]
             unembed = self._shared(target) if self.config.shared_output else F.linear
-            loss, right = cross_entropy(self.blocks[k - 1](hidden_ND), unembed, labels_N, rows=rows, weights=weights)
-            total = total + self.config.loss_weight * self.config.loss_decay**k * loss.sum
-            metrics[f"head{k}_top1"] = right
-            metrics[f"head{k}_loss"] = loss.detach()
+            # index t       the target's law of x_{t+1+k} is at t+k
+            place_N = mask.flatten().nonzero()[:, 0] + k
+            teacher = Teacher(self.config.loss, batch, target, place_N)
+            loss = token_loss(
+                self.config.loss, self.blocks[k - 1](hidden_ND), unembed, teacher, rows=rows, weights=weights
+            )
+            total = total + self.config.loss_weight * self.config.loss_decay**k * loss.total
+            metrics[f"head{k}_top1"] = loss.hits[0]
+            metrics[f"head{k}_loss"] = loss.losses[0]
         return HeadOutput(Ratio(total, count), metrics)
 
     def start(self, target: TargetHead, rows: int, max_tokens: int) -> MedusaState:

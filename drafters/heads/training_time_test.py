@@ -54,6 +54,26 @@ class RolloutRows:
         index = torch.where(real, order, 0)
         return RolloutRows(index, live_SBT.gather(2, order.expand(steps, -1, -1)) & real)
 
+    def trained(self, T: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What is compared, in the order of the places it is compared with.
+
+        index t        step s gives the law of x_{t+2+s}; the target's own is at t+1+s
+
+        Args:
+            T: tokens of a row of the batch.
+
+        Returns:
+            entry_N: through the S x B x R outputs.
+            place_N: through the B x T places of the batch, ascending.
+            step_N: the step of each.
+        """
+        _S, B, R = self.live_SBR.shape
+        entry = self.live_SBR.flatten().nonzero()[:, 0]
+        step = entry // (B * R)
+        place = entry // R % B * T + self.index_BR.flatten()[entry % (B * R)] + 1 + step
+        order = torch.argsort(place, stable=True)
+        return entry[order], place[order], step[order]
+
     def gather(self, tensor_BTx: Tensor) -> Tensor:
         """[B, T, ...] -> [B, R, ...] at the rows' indices."""
         batch = torch.arange(len(self.index_BR), device=self.index_BR.device)[:, None]

@@ -5,21 +5,18 @@ Needs the environment of scripts/vllm_env.sh; see tests/tiny_vllm.py.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_export as te
-import toy_eagle3
 from tiny_vllm import LENGTH, TARGETS, TRAINED, K, decode, make_target, need_vllm, prompts_of, save_trained
-from toy_eagle3 import Eagle3Config
 
 from drafters.decoding.generate import generate
 from drafters.export.write import export_run
 from drafters.heads.base import load_head, save_head
 from drafters.heads.eagle import EagleConfig
+from drafters.heads.eagle3 import Eagle3Config
 from drafters.heads.medusa import MedusaConfig
 from drafters.recipe import TreeSection
 from drafters.target.hf import HFTarget
@@ -112,11 +109,9 @@ class Ours:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ours]:
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
     need_vllm()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "drafters.heads.eagle3", toy_eagle3)
-        yield Ours(tmp_path_factory.mktemp("vllm"))
+    return Ours(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

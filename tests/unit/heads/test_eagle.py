@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from drafters.batch import TrainBatch
 from drafters.decoding.budget import make_budget
 from drafters.heads.eagle import Eagle, document_lengths
+from drafters.heads.training_time_test import RolloutRows
 from drafters.recipe import Sampling, TreeSection
 from drafters.target.hf import HFTarget
 from drafters.tree import Committed
@@ -49,6 +50,13 @@ def eagle(target: HFTarget | None = None, **changes: Any) -> Any:
 def features_of(batch: TrainBatch) -> Tensor:
     assert batch.features is not None
     return batch.features.captured_BTF
+
+
+def predict(head: Eagle, batch: TrainBatch, target: HFTarget) -> Tensor:
+    """The output at every index, B x T x D."""
+    feature = head.fuse(features_of(batch), target)
+    everywhere = RolloutRows(torch.arange(batch.input_ids_BT.shape[1]).expand(len(feature), -1), torch.ones(1, 1, 1))
+    return head.outputs(batch, target, everywhere, feature)[0]
 
 
 def test_embedded_and_predicted_tokens_of_a_two_turn_chat() -> None:
@@ -97,14 +105,14 @@ def test_the_layer_is_llamas_without_input_norm(kind: str) -> None:
     )  # fmt: skip
     with torch.no_grad():
         expected = reference(head, target, batch.input_ids_BT[0], features_of(batch)[0], config)
-        torch.testing.assert_close(head.predict(batch, target)[0], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(predict(head, batch, target)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_loss_is_smooth_l1_plus_soft_cross_entropy() -> None:
     target = toy.make_target()
     head = eagle(target).eval()
     batch = toy.with_features(target, toy.pack([[TWO_TURNS], [toy.random_document(9, 3, 0)]], padding=1), head)
-    predicted, normed = head.predict(batch, target), target.model.model.norm(features_of(batch))
+    predicted, normed = predict(head, batch, target), target.model.model.norm(features_of(batch))
     feature, token, hits, count = 0.0, 0.0, 0, 0
     for b in range(2):
         mask = batch.loss_mask_BT[b]
@@ -131,7 +139,7 @@ def test_training_computes_what_drafting_computes(family: str, layers: int) -> N
     head = eagle(target, num_layers=layers).eval()
     documents = [toy.random_document(length, 4, length) for length in (21, 13)]
     packed = toy.with_features(target, toy.pack([documents], padding=2), head)
-    trained = head.predict(packed, target)[0]
+    trained = predict(head, packed, target)[0]
     rows = toy.with_features(target, toy.pack([[document] for document in documents]), head)
     state, done = head.start(target, 2, 24), torch.zeros(2, dtype=torch.long)
     for counts in ([5, 1], [1, 4], [3, 2], [1, 1], [4, 1]):
@@ -220,7 +228,7 @@ def test_identity_start_repeats_the_feature() -> None:
     head = eagle(target, initialize="identity").eval()
     batch = toy.with_features(target, toy.pack([[toy.random_document(30, 5, 0)]]), head)
     normed = target.model.model.norm(features_of(batch))
-    assert (head.predict(batch, target) - normed).norm() < 0.4 * normed.norm()
+    assert (predict(head, batch, target) - normed).norm() < 0.4 * normed.norm()
 
 
 def test_tensors_are_those_that_serving_expects() -> None:
@@ -246,7 +254,7 @@ def test_tensors_are_those_that_serving_expects() -> None:
 
 
 def test_faults_of_the_config() -> None:
-    with pytest.raises(ValueError, match="num_layers is 0"):
+    with pytest.raises(ValueError, match="num_layers 0 must be at least 1"):
         Eagle.Config(num_layers=0)
     with pytest.raises(ValueError, match="5 attention heads and 2 key-value heads"):
         eagle(num_heads=5)
