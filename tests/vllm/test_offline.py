@@ -37,7 +37,7 @@ EAGLE3 = {
     "whole": Eagle3Config(feature_layers=(1, 3, 4)),
     "last_block": Eagle3Config(feature_layers=(0, 2, -1), draft_vocab_size=100),
     "four": Eagle3Config(feature_layers=(0, 2, 3, 6), draft_vocab_size=100),
-    "two_layers": Eagle3Config(feature_layers=(1, 3, 4), num_layers=2, draft_vocab_size=100),
+    "two_layers": Eagle3Config(feature_layers=(1, 3, 4), num_layers=2, steps=1, draft_vocab_size=100),
     "eagle31": Eagle3Config(feature_layers=(1, 3, 4), feature_norm=True, feed_back_normed=True, draft_vocab_size=100),
 }
 CASES = [
