@@ -72,16 +72,21 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors; the drafter section depends on its type and is left open but for that."""
+    """The JSON schema of recipes, for editors: the drafter section is one of the heads' own, or has a dotted type and any fields."""
     schema = TypeAdapter(Recipe).json_schema()
-    schema["properties"]["drafter"] = {
-        "type": "object",
-        "properties": {
-            "type": {"type": "string", "description": f"one of {', '.join(drafter_names())}, or a dotted module"}
-        },
-        "required": ["type"],
-    }
+    heads = [_head_schema(name) for name in drafter_names()]
+    outside = {"type": "object", "properties": {"type": {"type": "string", "pattern": "\\."}}, "required": ["type"]}
+    schema["properties"]["drafter"] = {"anyOf": [*heads, outside]}
+    for part in (schema, *schema["$defs"].values(), *heads):
+        part["additionalProperties"] = False
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _head_schema(name: str) -> dict[str, Any]:
+    schema = TypeAdapter(find_drafter(name).Config).json_schema()
+    schema["properties"]["type"] = {"const": name}
+    schema["required"] = ["type", *schema.get("required", [])]
+    return schema
 
 
 def _read_file(source: _Source, name: str) -> None:
@@ -128,6 +133,8 @@ def _construct(source: _Source, node: yaml.Node | None, path: PathTo, name: str)
 def _apply_override(source: _Source, text: str) -> None:
     key, sign, value = text.partition("=")
     path: PathTo = tuple(key.split("."))
+    for length in range(1, len(path)):
+        source.places.setdefault(path[:length], "argv")
     source.places[path] = "argv"
     if not sign or len(path) < 2 or not all(path):
         source.fault(path, f"is not an override; expected section.field=value, got {text!r}")
