@@ -72,7 +72,7 @@ def load_recipe(argv: Sequence[str]) -> Recipe:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors: the drafter section is one of the heads' own, or has a dotted type and any fields."""
+    """The JSON schema of recipes for editors; the drafter section is one of the heads' own, or has a dotted type and any fields."""
     schema = TypeAdapter(Recipe).json_schema()
     heads = [_head_schema(name) for name in drafter_names()]
     outside = {"type": "object", "properties": {"type": {"type": "string", "pattern": "\\."}}, "required": ["type"]}
