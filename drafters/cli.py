@@ -122,7 +122,8 @@ def _script(recipe: Path, overrides: Sequence[str], root: Path) -> Path:
     """The training script of a recipe's kind of head; faults are told here once, and not by every process."""
     from drafters.recipe_file import load_recipe  # imported here: it imports the heads, and --help need not wait
 
-    kind = load_recipe([str(recipe), *overrides]).drafter.type
+    settings = load_recipe([str(recipe), *overrides])
+    kind = "medusa2" if settings.tune.lora_rank else settings.drafter.type
     own = root / "train" / f"{kind}.py"
     return own if own.is_file() else root / "train/head.py"
 

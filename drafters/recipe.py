@@ -86,6 +86,23 @@ class TrainSection:
 
 
 @dataclass(frozen=True)
+class TuneSection:
+    """Medusa-2: the target learns together with its heads, and is another model afterwards; train/medusa2.py only.
+
+    lora_rank: of the adapters; 0 leaves the target as it is. layers: names of the linear layers that get one. rate: learning
+    rate of the adapters, as a share of the heads'. ramp: how drafter.loss_weight grows over the run; "constant" after the
+    heads were trained alone (train.warm_start), "sine" for both at once.
+    """
+
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_dropout: float = 0.05
+    layers: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    rate: float = 0.25
+    ramp: Literal["constant", "sine"] = "constant"
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; the meaning and the order of transformers' `generate`. temperature 0 is greedy."""
 
@@ -153,6 +170,7 @@ class Recipe:
     output: OutputSection
     train: TrainSection = field(default_factory=TrainSection)
     eval: EvalSection = field(default_factory=EvalSection)
+    tune: TuneSection = field(default_factory=TuneSection)
 
 
 def dump_recipe(recipe: Recipe, path: Path | str) -> None:

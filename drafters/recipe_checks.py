@@ -24,6 +24,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "eval.num_rows",
     "data.limit",
+    "tune.lora_rank",
     "train.max_steps",
     "train.eval_every",
     "train.save_every",
@@ -31,8 +32,9 @@ AT_LEAST_ZERO = (
     "eval.sampling.temperature",
     "eval.sampling.top_k",
 )
-ABOVE_ZERO = ("train.epochs", "train.learning_rate", "train.clip_norm", "eval.sampling.top_p")
+ABOVE_ZERO = ("train.epochs", "train.learning_rate", "train.clip_norm", "eval.sampling.top_p", "tune.rate")
 FRACTIONS = (
+    "tune.lora_dropout",
     "train.warmup_fraction",
     "train.decay_fraction",
     "train.final_learning_rate_fraction",

@@ -67,8 +67,17 @@ def make_accelerator(section: TrainSection) -> Accelerator:
     return accelerator
 
 
-def open_run(recipe: Recipe, accelerator: Accelerator, argv: Sequence[str]) -> RunFolder:
-    """The run's folder, made or reopened by the main process, which alone shows messages from here on."""
+def open_run(recipe: Recipe, accelerator: Accelerator, argv: Sequence[str], *, tunes: bool = False) -> RunFolder:
+    """The run's folder, made or reopened by the main process, which alone shows messages from here on.
+
+    Raises:
+        ValueError: the folder holds another run, or the recipe tunes the target and the script does not, or the reverse.
+    """
+    if tunes != (recipe.tune.lora_rank > 0):
+        raise ValueError(
+            f"tune.lora_rank is {recipe.tune.lora_rank}; train/medusa2.py tunes the target and wants it above 0, all other "
+            "scripts leave the target as it is and want 0"
+        )
     log.setup(accelerator.is_main_process)
     if accelerator.is_main_process:
         RunFolder.open(recipe, argv)

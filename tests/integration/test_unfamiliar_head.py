@@ -10,7 +10,7 @@ import pytest
 
 RECIPE = """\
 target: {path: overridden, dtype: float32}
-drafter: {type: outside.gru, steps: 3, loss: soft_cross_entropy}
+drafter: {type: outside.gru, steps: 3, loss: kl}
 data: {train: [overridden], heldout_fraction: 0.2, max_length: 128}
 train: {max_steps: 60, batch_size: 4, micro_batch_size: 4, learning_rate: 5e-3, log_every: 5, eval_every: 30, save_every: 30}
 eval: {num_prompts: 3, max_new_tokens: 16, tree: {kind: chain, depth: 3}}

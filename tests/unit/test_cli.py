@@ -14,7 +14,12 @@ ROOT = scripts_root()
 
 @pytest.mark.parametrize(
     ("recipe", "script"),
-    [("smollm2_135m_eagle", "eagle.py"), ("smollm2_135m_medusa", "medusa.py"), ("smollm2_135m_eagle3", "head.py")],
+    [
+        ("smollm2_135m_eagle", "eagle.py"),
+        ("smollm2_135m_medusa", "medusa.py"),
+        ("smollm2_135m_eagle3", "head.py"),
+        ("tiny_medusa2", "medusa2.py"),
+    ],
 )
 def test_train_takes_the_script_of_the_recipe_s_head(recipe: str, script: str) -> None:
     command = command_line(["train", recipe, "train.max_steps=3"], ROOT)
