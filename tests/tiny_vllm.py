@@ -1,13 +1,7 @@
-"""A real vLLM to test exports with: the environment of scripts/vllm_env.sh.
-
-Its Python is DRAFTERS_VLLM_PYTHON, or .venv-vllm/bin/python.
-"""
+"""A real vLLM to test exports with: the environment of scripts/vllm_env.sh."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +10,13 @@ import tiny
 import tiny_export as te
 import toy_target as toy
 
+from drafters.evaluation.serving import vllm_python
 from drafters.heads.base import save_head
 from drafters.heads.eagle import EagleConfig
 from drafters.heads.medusa import MedusaConfig
 from drafters.recipe import find_drafter
 from drafters.target.hf import HFTarget, load_target
 
-ROOT = Path(__file__).parents[1]
 K, LENGTH = 3, 32
 # vLLM's attention on CPU wants heads of at least 32
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,13 +33,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 TRAINED = {"trained_eagle": EagleConfig(noise=0.0), "trained_medusa": MedusaConfig(num_heads=K)}
 
 
-def vllm_python() -> str:
-    return os.environ.get("DRAFTERS_VLLM_PYTHON", str(ROOT / ".venv-vllm/bin/python"))
-
-
 def need_vllm() -> None:
     """Skips where there is none, and says how to get it."""
-    if not Path(vllm_python()).is_file():
+    if not vllm_python().is_file():
         pytest.skip(f"no vLLM at {vllm_python()}; run scripts/vllm_env.sh, or set DRAFTERS_VLLM_PYTHON")
 
 
@@ -65,17 +55,3 @@ def save_trained(folder: Path, config: Any, target: HFTarget) -> None:
     batch = toy.with_features(target, toy.pack([[document] for document in documents]), drafter)
     toy.overfit(drafter, batch, target, steps=60, learning_rate=3e-3)
     save_head(drafter, folder)
-
-
-def decode(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    command = [
-        vllm_python(),
-        str(Path(__file__).parent / "vllm/worker.py"),
-        folder / "cases.json",
-        folder / "results.json",
-    ]
-    with (folder / "worker.log").open("w") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=log, timeout=1800, env={**os.environ, "PYTHONPATH": ""})
-    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return results

@@ -30,6 +30,8 @@ def render(report: dict[str, Any], figure: str = "") -> str:
         parts += ["## Losslessness", *_lossless(report["lossless"])]
     if "speed" in report:
         parts += ["## Speed", *_speed(report["speed"])]
+    if "serving" in report:
+        parts += ["## In vLLM", *_serving(report["serving"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -150,6 +152,31 @@ def _speed(section: dict[str, Any]) -> list[str]:
         if "cost" in run:
             parts += _cost(run["cost"])
     return parts
+
+
+def _serving(section: dict[str, Any]) -> list[str]:
+    parts = [_settings(section)]
+    for run in section["runs"]:
+        rows = [
+            (str(each["k"]), *(cell for side in ("ours", "vllm") for cell in _position(each[side])))
+            for each in run["positions"]
+        ]
+        rate = run["tokens_per_second"]
+        parts += [
+            f"Greedy, chain of {run['tree']['depth']}, {run['prompts']} prompts one by one; "
+            f"{run['same_output_as_plain_vllm']} outputs of vLLM equal to vLLM's without the head, "
+            f"{run['same_output_as_ours']} to our loop's.",
+            table(("k", "alpha(k), here", "accepted / reached", "alpha(k), vLLM", "accepted / reached"), rows),
+            f"The intervals {'overlap at every k' if run['agrees'] else 'do NOT overlap at every k'}. "
+            f"tau {run['tau']['ours']:.2f} here, {run['tau']['vllm']:.2f} in vLLM. vLLM's tokens/s: "
+            f"{rate['speculative']:.1f} with the head, {rate['plain']:.1f} without, one pass each.",
+        ]
+    return parts
+
+
+def _position(side: dict[str, Any]) -> tuple[str, str]:
+    interval = f"{side['rate']:.3f} ({side['low']:.3f} to {side['high']:.3f})"
+    return interval, f"{side['accepted']} / {side['reached']}"
 
 
 def _cost(cost: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from drafters.evaluation.plots import save_figure
 from drafters.run import write_json_atomic, write_text_atomic
 
 FORMAT = 1
-SECTIONS = ("alpha", "lossless", "speed")
+SECTIONS = ("alpha", "lossless", "speed", "serving")
 JSON_FILE, MARKDOWN_FILE, FIGURE_FILE = "report.json", "report.md", "alpha.svg"
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import tiny_export as te
-from tiny_vllm import LENGTH, TARGETS, TRAINED, K, decode, make_target, need_vllm, prompts_of, save_trained
+from tiny_vllm import LENGTH, TARGETS, TRAINED, K, make_target, need_vllm, prompts_of, save_trained
 
 from drafters.decoding.generate import generate
+from drafters.evaluation.serving import ACCEPTED, DRAFTS, Case, decode_with_vllm
 from drafters.export.write import export_run
 from drafters.heads.base import load_head, save_head
 from drafters.heads.eagle import EagleConfig
@@ -81,7 +82,7 @@ class Ours:
             cases[name] = self.case(name, None)
         for case in CASES:
             cases["-".join(case)] = self.case(case[0], self.export(folder, *case))
-        self.results = decode(folder, cases)
+        self.results = decode_with_vllm(cases)
 
     def export(self, folder: Path, target: str, head: str, name: str) -> dict[str, Any]:
         run = folder / f"{target}_{head.replace('eagle3', 'three')}_{name}"
@@ -96,16 +97,9 @@ class Ours:
         method = "eagle3" if head.startswith("eagle3") else "medusa" if "medusa" in head else "eagle"
         return {"method": method, "model": str(done.folder), "num_speculative_tokens": K}
 
-    def case(self, target: str, speculation: dict[str, Any] | None) -> dict[str, Any]:
-        prompts = prompts_of(self.targets[target])
-        path = self.targets[target].info.path
-        return {
-            "target": path,
-            "dtype": "float32",
-            "speculation": speculation,
-            "prompts": prompts,
-            "max_tokens": LENGTH,
-        }
+    def case(self, target: str, speculation: dict[str, Any] | None) -> Case:
+        loaded = self.targets[target]
+        return Case(loaded.info.path, "float32", speculation, prompts_of(loaded), LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +139,7 @@ def test_acceptance_is_what_we_measure(head: str, ours: Ours) -> None:
         generate(target, drafter, [p], max_new_tokens=LENGTH, tree=chain, eos_token_ids=()).stats[0] for p in prompts
     ]
     metrics = ours.results["-".join(case)]["metrics"]
-    drafts = metrics["vllm:spec_decode_num_drafts"]
-    per_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    drafts, per_position = metrics[DRAFTS], metrics[ACCEPTED]
     assert drafts == sum(stats.rounds for stats in own)
     for k in range(K):
         accepted = sum(stats.accepted[k] if k < len(stats.accepted) else 0 for stats in own)

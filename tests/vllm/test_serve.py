@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_vllm import LENGTH, TRAINED, K, make_target, need_vllm, prompts_of, save_trained, vllm_python
+from tiny_vllm import LENGTH, TRAINED, K, make_target, need_vllm, prompts_of, save_trained
 
 from drafters.decoding.generate import generate
+from drafters.evaluation.serving import vllm_python
 from drafters.export.write import export_run
 
 pytestmark = pytest.mark.vllm
@@ -45,7 +46,7 @@ def serving(command: str, log: Path) -> Iterator[int]:
     """A server by the command as printed, with `vllm` of the environment."""
     port = free_port()
     words = [
-        str(Path(vllm_python()).parent / "vllm"),
+        str(vllm_python().parent / "vllm"),
         *shlex.split(command)[1:],
         "--host",
         "127.0.0.1",

@@ -1,6 +1,8 @@
-"""Runs in vLLM's own environment: decodes the cases of a JSON file, each in a child process, and writes what came out.
+"""Runs in vLLM's own environment, where this project is not installed: decodes the cases of a JSON file, each in a child process.
 
-python worker.py CASES.json RESULTS.json
+    python -P vllm_worker.py CASES.json RESULTS.json
+
+See `drafters.evaluation.serving` for what a case and a result hold.
 """
 
 from __future__ import annotations
@@ -8,14 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from vllm import LLM, SamplingParams
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -43,19 +41,24 @@ def decode(case: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(
         model=case["target"],
         dtype=case["dtype"],
-        max_model_len=256,
-        max_num_batched_tokens=512,
+        max_model_len=case["max_model_len"],
+        max_num_batched_tokens=max(512, case["max_model_len"]),
         max_num_seqs=1,
         enforce_eager=True,
         skip_tokenizer_init=True,
         disable_log_stats=False,
         speculative_config=case["speculation"],
     )
-    sampling = SamplingParams(temperature=0, max_tokens=case["max_tokens"], ignore_eos=True, detokenize=False)
-    answers, drafts = [], []
+    greedy = {"temperature": 0, "ignore_eos": True, "stop_token_ids": case["stop_token_ids"], "detokenize": False}
+    # Warm-up: one token has no round, so the counters stay at 0.
+    llm.generate([{"prompt_token_ids": case["prompts"][0]}], SamplingParams(max_tokens=1, **greedy), use_tqdm=False)
+    answers, drafts, seconds = [], [], 0.0
     for prompt in case["prompts"]:
         log.clear()
+        start = time.perf_counter()
+        sampling = SamplingParams(max_tokens=case["max_tokens"], **greedy)
         output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+        seconds += time.perf_counter() - start
         answers.append(list(output.outputs[0].token_ids))
         drafts.append(list(log))
     metrics = {
@@ -63,7 +66,7 @@ def decode(case: dict[str, Any]) -> dict[str, Any]:
         for m in llm.get_metrics()
         if "spec_decode" in m.name
     }
-    return {"answers": answers, "drafts": drafts, "metrics": metrics}
+    return {"answers": answers, "drafts": drafts, "seconds": seconds, "metrics": metrics}
 
 
 def in_child(case: dict[str, Any], path: Path) -> dict[str, Any]:
