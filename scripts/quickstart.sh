@@ -28,7 +28,7 @@ python eval/lossless.py "$run" --dtype float32 --num-prompts 20 --max-new-tokens
 step "acceptance on held-out prompts, greedy and at temperature 1"
 python eval/alpha.py "$run" --num-prompts 12 --max-new-tokens 64 --temperature 0 1
 step "tokens per second against plain decoding"
-python eval/speed.py "$run" --num-prompts 4 --max-new-tokens 64 --repeats 2
+python eval/speed.py "$run" --num-prompts 4 --max-new-tokens 64 --repeats 2 --best
 
 step "the whole report"
 cat "$run/report/report.md"

@@ -74,7 +74,7 @@ def test_evaluation_measures_and_reports(trained: tuple[str, Path, str]) -> None
     assert "alpha" in alpha and "tau" in alpha
     lossless = commands.run(commands.python("eval/lossless.py", str(run), *few, "--tree", "chain", "dynamic", "static"))
     assert lossless.count("greedy output identical: 2 of 2") >= 3
-    speed = commands.run(commands.python("eval/speed.py", str(run), *few, "--repeats", "1"))
+    speed = commands.run(commands.python("eval/speed.py", str(run), *few, "--repeats", "1", "--best"))
     assert "tokens/s" in speed
     report = json.loads((run / "report/report.json").read_text())
     assert [row["sampling"]["temperature"] for row in report["alpha"]["runs"]] == [0.0, 1.0]
@@ -83,6 +83,9 @@ def test_evaluation_measures_and_reports(trained: tuple[str, Path, str]) -> None
             assert 0 <= entry["low"] <= entry["rate"] <= entry["high"] <= 1 and entry["reached"] > 0
     assert report["alpha"]["provenance"]["versions"]["transformers"] and report["alpha"]["settings"]["prompts"]["hash"]
     assert {"alpha", "lossless", "speed"} <= report.keys()
+    first, *others = report["speed"]["runs"]
+    best, depth = first["cost"]["best_depth"], first["tree"]["depth"]
+    assert [other["tree"]["depth"] for other in others] == ([best] if best not in (0, depth) else [])
     assert (run / "report/alpha.svg").read_text().lstrip().startswith("<?xml")
     assert "alpha(k)" in (run / "report/report.md").read_text()
 
