@@ -40,7 +40,7 @@ class EagleConfig:
     the released trainer; otherwise it is the same for all. feature_weight, token_weight: the loss is feature_weight *
     smooth L1 to h_{t+1} + token_weight * loss against the target's law of x_{t+2} + top_k_weight * soft cross-entropy over
     its top_k tokens. steps: aligned forwards; HASS has 3, with top_k_weight 1. initialize: "identity" starts as "the next
-    feature is nearly this one", "target" as the target's last block on top of that.
+    feature is nearly this one".
     """
 
     type: str = "eagle"
@@ -57,7 +57,7 @@ class EagleConfig:
     top_k: int = 10
     top_k_weight: float = 0.0
     steps: int = 1
-    initialize: Literal["random", "identity", "target"] = "random"
+    initialize: Literal["random", "identity"] = "random"
 
     def __post_init__(self) -> None:
         check_steps(self.steps, self.num_layers)
@@ -93,13 +93,10 @@ class Eagle(AutoregressiveHead):
         with torch.no_grad():
             self.fc.weight[:, :D] *= 0.1
             self.fc.weight[:, D:].copy_(torch.eye(D))
-            for index, layer in enumerate(self.layers):
+            for layer in self.layers:
                 assert isinstance(layer, DecoderLayer)
-                if self.config.initialize == "target":
-                    layer.copy_block(target.block_weights(index - len(self.layers)))
-                else:
-                    layer.self_attn.o_proj.weight *= 0.1
-                    layer.mlp.down_proj.weight *= 0.1
+                layer.self_attn.o_proj.weight *= 0.1
+                layer.mlp.down_proj.weight *= 0.1
 
     def supervised(self, batch: TrainBatch) -> Tensor:
         """B x T: where the head is to learn.
