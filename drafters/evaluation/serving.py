@@ -7,11 +7,11 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drafters.decoding.stats import AcceptanceStats
+from drafters.decoding.stats import AcceptanceStats, wilson
 from drafters.evaluation.measure import AlphaRun
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -68,8 +68,8 @@ def decode_with_vllm(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
             f"there is no vLLM: {python} does not exist; run scripts/vllm_env.sh, or name a Python that has vLLM in "
             "DRAFTERS_VLLM_PYTHON"
         )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         (folder / "cases.json").write_text(json.dumps({name: vars(case) for name, case in cases.items()}))
         # -P: the worker's own folder is no place to import from.
         command = [str(python), "-P", str(WORKER), str(folder / "cases.json"), str(folder / "results.json")]
@@ -137,8 +137,7 @@ def compare_serving(ours: AlphaRun, case: Case) -> ServingRun:
     Raises:
         ValueError: vLLM is missing or refuses the target or the head.
     """
-    plain = Case(**{**vars(case), "speculation": None})
-    results = decode_with_vllm({"plain": plain, "speculative": case})
+    results = decode_with_vllm({"plain": replace(case, speculation=None), "speculative": case})
     for name, result in results.items():
         if "error" in result:
             raise ValueError(f"vLLM failed to decode ({name}, {case.target}): {result['error']}")
@@ -146,17 +145,9 @@ def compare_serving(ours: AlphaRun, case: Case) -> ServingRun:
 
 
 def _position(stats: AcceptanceStats, k: int) -> dict[str, float]:
-    if k >= len(stats.reached):
-        return {"rate": 0.0, "low": 0.0, "high": 1.0, "accepted": 0, "reached": 0}
-    low, high = stats.alpha_interval()[k]
-    reached, accepted = stats.reached[k], stats.accepted[k]
-    return {
-        "rate": accepted / max(1, reached),
-        "low": low,
-        "high": high,
-        "accepted": accepted,
-        "reached": reached,
-    }
+    reached, accepted = (stats.reached[k], stats.accepted[k]) if k < len(stats.reached) else (0, 0)
+    low, high = wilson(accepted, reached)
+    return {"rate": accepted / max(1, reached), "low": low, "high": high, "accepted": accepted, "reached": reached}
 
 
 def _same(answers: Sequence[list[int]], reference: Sequence[list[int]]) -> int:
